@@ -14,6 +14,7 @@
 
 use std::fs::File;
 use std::io;
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -49,6 +50,10 @@ pub trait Disk {
 
     /// Reads a file of at most `limit` bytes; a larger one is an error.
     fn read(&self, path: &str, limit: u64) -> io::Result<Vec<u8>>;
+    /// Opens a regular file to read it in parts: for what is too large to be held in memory.
+    fn reader(&self, path: &str) -> io::Result<Box<dyn io::Read>> {
+        Ok(Box::new(io::Cursor::new(self.read(path, u64::MAX - 1)?)))
+    }
     /// Reads where a symbolic link points.
     fn read_link(&self, path: &str) -> io::Result<String>;
     /// Describes what is at `path` without following a link.
@@ -59,6 +64,10 @@ pub trait Disk {
     fn xattr(&self, path: &str, name: &str) -> io::Result<Option<Vec<u8>>>;
     /// What is free on the file system.
     fn space(&self) -> io::Result<Space>;
+    /// Whether what lies on it may be executed (it is not mounted `noexec`).
+    fn may_execute(&self) -> bool {
+        true
+    }
 }
 
 /// An open file of a [`Disk`].
@@ -189,6 +198,12 @@ pub fn publish_tree(disk: &dyn Disk, staging: &str, name: &str) -> io::Result<()
     disk.sync_dir("publish-tree.sync-dir", parent(name))
 }
 
+/// Makes the names in a directory durable as they are found: a predecessor may have been killed between its rename
+/// and its sync, and nothing may be claimed of a name that a power cut can still take back.
+pub fn confirm(disk: &dyn Disk, dir: &str) -> io::Result<()> {
+    disk.sync_dir("confirm.sync-dir", dir)
+}
+
 /// Removes `path` and all below it. Not synced: a leftover is swept again.
 pub fn sweep(disk: &dyn Disk, path: &str) -> io::Result<()> {
     match disk.stat(path) {
@@ -211,13 +226,16 @@ pub fn create_filled(disk: &dyn Disk, path: &str, bytes: &[u8]) -> io::Result<()
     file.write_at("create-filled.write", 0, bytes)?;
     file.sync("create-filled.sync-file")?;
     disk.rename("create-filled.rename", &new, path)?;
-    disk.sync_dir("create-filled.sync-dir", parent(path))
+    disk.sync_dir("create-filled.sync-dir", parent(path)).inspect_err(|_| {
+        // It has its name, and a power cut may take that away again: who finds it would take it for durable.
+        let _ = disk.unlink("create-filled.abandon", path);
+    })
 }
 
-/// Overwrites blocks in place and makes them durable together by one `fdatasync`.
-pub fn overwrite(file: &mut dyn DiskFile, blocks: &[(u64, Vec<u8>)]) -> io::Result<()> {
-    for (offset, bytes) in blocks {
-        file.write_at("overwrite.write", *offset, bytes)?;
+/// Overwrites the same bytes at several places and makes them durable together by one `fdatasync`.
+pub fn overwrite(file: &mut dyn DiskFile, offsets: &[u64], bytes: &[u8]) -> io::Result<()> {
+    for &offset in offsets {
+        file.write_at("overwrite.write", offset, bytes)?;
     }
     file.sync_data("overwrite.sync")
 }
@@ -345,6 +363,14 @@ impl Disk for RealDisk {
         read_limited(&file, limit)
     }
 
+    fn reader(&self, path: &str) -> io::Result<Box<dyn io::Read>> {
+        let file = File::from(self.at(path, OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK, 0)?);
+        if FileType::from_raw_mode(sys::fstat(&file)?.st_mode) != FileType::RegularFile {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file"));
+        }
+        Ok(Box::new(file))
+    }
+
     fn read_link(&self, path: &str) -> io::Result<String> {
         let (dir, name) = self.dir_of(path)?;
         let target = sys::readlinkat(&dir, name, Vec::new())?;
@@ -391,6 +417,10 @@ impl Disk for RealDisk {
         let inodes = if fs.f_files == 0 { u64::MAX } else { fs.f_favail };
         Ok(Space { bytes: fs.f_bavail.saturating_mul(fs.f_frsize), inodes })
     }
+
+    fn may_execute(&self) -> bool {
+        sys::fstatvfs(&self.root).is_ok_and(|fs| !fs.f_flag.contains(sys::StatVfsMountFlags::NOEXEC))
+    }
 }
 
 impl From<sys::Stat> for Stat {
@@ -409,10 +439,22 @@ impl From<sys::Stat> for Stat {
 
 struct RealFile(File);
 
+/// Large files are sent to the disk in portions of this size while they are written, so that the disk works while
+/// the processor hashes, and the sync at the end waits for the last portion alone.
+const EARLY_WRITEBACK: u64 = 8 * 1024 * 1024;
+
 impl DiskFile for RealFile {
     fn write_at(&mut self, _: Step, offset: u64, bytes: &[u8]) -> io::Result<()> {
         // write_all_at goes on after a short write and after EINTR.
-        self.0.write_all_at(bytes, offset)
+        self.0.write_all_at(bytes, offset)?;
+        let portion = (offset + bytes.len() as u64) / EARLY_WRITEBACK;
+        if portion > offset / EARLY_WRITEBACK {
+            // Starts writing what is dirty, and waits for nothing; only what is on the disk already would be
+            // dropped from memory. A hint: if it fails, the sync writes it all.
+            let start = (portion - 1) * EARLY_WRITEBACK;
+            let _ = sys::fadvise(&self.0, start, NonZeroU64::new(EARLY_WRITEBACK), sys::Advice::DontNeed);
+        }
+        Ok(())
     }
 
     fn set_xattr(&mut self, _: Step, name: &str, value: &[u8]) -> io::Result<()> {

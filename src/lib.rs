@@ -2,5 +2,11 @@
 
 pub mod adapter;
 pub mod durable;
+mod failpoint;
+pub mod journal;
 pub mod manager;
+pub mod operation;
+pub mod receipt;
+pub mod recovery;
 pub mod release;
+pub mod watch;

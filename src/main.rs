@@ -1,1 +1,3 @@
-fn main(){}
+//! cutover's one executable.
+
+fn main() {}

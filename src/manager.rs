@@ -31,33 +31,47 @@ pub trait Manager {
     fn reset_failed(&mut self, unit: &str) -> Result<(), ManagerError>;
     /// Reads unit files again.
     fn reload(&mut self) -> Result<(), ManagerError>;
-    /// Whether a job that is not ours was seen on the unit since `state` was first asked for it.
+    /// Whether the unit was seen to begin its stop under a job that is not ours, since `state` was first asked for
+    /// it. Automatic restarts, a start of what was down or up, and a reload are no such jobs. A hint: what happened
+    /// while the bus was away is not seen.
     fn foreign_job_seen(&mut self, unit: &str) -> bool;
+    /// Whether the manager has room to work in (/run): asked before a stop.
+    fn has_room(&mut self) -> Result<(), ManagerError>;
     /// Whether the machine is shutting down.
     fn is_stopping(&mut self) -> Result<bool, ManagerError>;
     /// A round trip: when it returns, whatever was sent before by others is at the manager.
     fn barrier(&mut self) -> Result<(), ManagerError>;
-    /// Whether this bus name has an owner.
+    /// Whether this bus name, as an earlier worker knew its own, has an owner.
     fn bus_name_alive(&mut self, name: &str) -> Result<bool, ManagerError>;
     /// Whether the process with this start time is alive.
     fn process_alive(&mut self, pid: u32, start_time: u64) -> bool;
-    /// Returns when something may have changed, or after `at_most`.
+    /// Returns when something may have changed, or after `at_most`. After `start` and `stop`, wait before reading:
+    /// the manager answers readings before it runs jobs, so an early one delays the service.
     fn wait(&mut self, at_most: Duration);
-    /// A clock that neither jumps nor stands still while the machine is suspended; its zero is arbitrary.
+    /// CLOCK_MONOTONIC: it does not jump, and stands still while the machine is suspended, so that no suspend ends
+    /// a window. Its zero is arbitrary.
     fn now(&mut self) -> Duration;
     /// The wall clock, in milliseconds since 1970: for people only.
     fn wall_clock_ms(&mut self) -> u64;
-    /// The kernel's id of this boot.
+    /// The id of this boot.
     fn boot_id(&mut self) -> String;
     /// Runs a command of the adapter in a transient unit of its own, and waits for it to be gone.
     fn run(&mut self, command: &Command) -> Result<CommandResult, ManagerError>;
     /// The transient units of commands run for `service` that are still there.
     fn running_commands(&mut self, service: &str) -> Result<Vec<String>, ManagerError>;
-    /// Asks the application over HTTP: one `GET`, bounded in time and size.
-    fn http_get(&mut self, target: &HttpTarget, timeout: Duration) -> Result<HttpAnswer, ProbeError>;
+    /// Asks the application over HTTP: one `GET`, bounded in time and size. The processes of `unit` are the first
+    /// in which the server's end of the connection is looked for.
+    fn http_get(
+        &mut self,
+        unit: &str,
+        target: &HttpTarget,
+        timeout: Duration,
+    ) -> Result<HttpAnswer, ProbeError>;
     /// Whether the process has a file open, mapped or as its working directory that lies below the directory with
     /// this identity; `root` is the absolute path of that directory.
     fn process_uses(&mut self, pid: u32, root: &str) -> bool;
+    /// SHA-256 of the file that the process executes; `None` where it cannot be read.
+    fn exe_digest(&mut self, pid: u32) -> Option<crate::release::Digest>;
 }
 
 /// The moving part of a unit.
@@ -110,6 +124,8 @@ impl UnitState {
 /// The part of a unit that only a reload changes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnitSettings {
+    /// Its own name, where it was asked for by an alias.
+    pub id: String,
     /// `simple`, `exec`, `notify`, `dbus`, `forking`, `oneshot`, `idle`; empty where it is no service.
     pub service_type: String,
     /// Every `Exec*=` line in order.
@@ -142,6 +158,10 @@ pub struct UnitSettings {
     pub exec_paths: Vec<String>,
     /// `InaccessiblePaths=` and `TemporaryFileSystem=`.
     pub hidden_paths: Vec<String>,
+    /// `WorkingDirectory=`, with a leading `!` where it may be absent.
+    pub working_directory: String,
+    /// Of a socket: `Accept=`, so that each connection has an instance of its own.
+    pub accept: bool,
     /// The profile of `AppArmorProfile=`, empty without one.
     pub apparmor_profile: String,
     /// The unit file.
@@ -259,4 +279,94 @@ pub enum ManagerError {
     /// Any other refusal.
     #[error("systemd refused: {0}")]
     Refused(String),
+}
+
+/// A manager whose unit goes through given states, one a reading; the last one stays.
+#[cfg(test)]
+pub(crate) mod fake {
+    use super::*;
+
+    #[derive(Default)]
+    pub(crate) struct Fake {
+        pub(crate) states: std::collections::VecDeque<UnitState>,
+        pub(crate) processes: Vec<Process>,
+        /// What was asked for, in order.
+        pub(crate) asked: Vec<String>,
+        pub(crate) now: Duration,
+    }
+
+    impl Manager for Fake {
+        fn state(&mut self, _: &str) -> Result<UnitState, ManagerError> {
+            let next = if self.states.len() > 1 { self.states.pop_front() } else { None };
+            Ok(next.or_else(|| self.states.front().cloned()).unwrap_or_default())
+        }
+        fn settings(&mut self, _: &str) -> Result<UnitSettings, ManagerError> {
+            Ok(UnitSettings::default())
+        }
+        fn processes(&mut self, _: &str) -> Result<Vec<Process>, ManagerError> {
+            Ok(self.processes.clone())
+        }
+        fn start(&mut self, unit: &str) -> Result<(), ManagerError> {
+            self.asked.push(format!("start {unit}"));
+            Ok(())
+        }
+        fn stop(&mut self, unit: &str) -> Result<(), ManagerError> {
+            self.asked.push(format!("stop {unit}"));
+            Ok(())
+        }
+        fn cancel_job(&mut self, _: &str) -> Result<(), ManagerError> {
+            Ok(())
+        }
+        fn reset_failed(&mut self, _: &str) -> Result<(), ManagerError> {
+            Ok(())
+        }
+        fn reload(&mut self) -> Result<(), ManagerError> {
+            Ok(())
+        }
+        fn foreign_job_seen(&mut self, _: &str) -> bool {
+            false
+        }
+        fn has_room(&mut self) -> Result<(), ManagerError> {
+            Ok(())
+        }
+        fn is_stopping(&mut self) -> Result<bool, ManagerError> {
+            Ok(false)
+        }
+        fn barrier(&mut self) -> Result<(), ManagerError> {
+            Ok(())
+        }
+        fn bus_name_alive(&mut self, _: &str) -> Result<bool, ManagerError> {
+            Ok(false)
+        }
+        fn process_alive(&mut self, _: u32, _: u64) -> bool {
+            false
+        }
+        fn wait(&mut self, at_most: Duration) {
+            self.now += at_most;
+        }
+        fn now(&mut self) -> Duration {
+            self.now
+        }
+        fn wall_clock_ms(&mut self) -> u64 {
+            0
+        }
+        fn boot_id(&mut self) -> String {
+            String::new()
+        }
+        fn run(&mut self, _: &Command) -> Result<CommandResult, ManagerError> {
+            Err(ManagerError::Refused("it is a fake".into()))
+        }
+        fn running_commands(&mut self, _: &str) -> Result<Vec<String>, ManagerError> {
+            Ok(vec![])
+        }
+        fn http_get(&mut self, _: &str, _: &HttpTarget, _: Duration) -> Result<HttpAnswer, ProbeError> {
+            Err(ProbeError("it is a fake".into()))
+        }
+        fn process_uses(&mut self, _: u32, _: &str) -> bool {
+            false
+        }
+        fn exe_digest(&mut self, _: u32) -> Option<crate::release::Digest> {
+            None
+        }
+    }
 }

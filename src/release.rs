@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -92,6 +93,27 @@ impl Digest {
         Self(Sha256::digest(bytes).into())
     }
 
+    /// The digest and the length of all that `reader` gives.
+    ///
+    /// # Errors
+    /// The reader's.
+    pub fn of_reader(reader: &mut dyn io::Read) -> io::Result<(Self, u64)> {
+        let mut hash = Sha256::new();
+        let mut piece = vec![0; 256 * 1024];
+        let mut size = 0;
+        loop {
+            match reader.read(&mut piece) {
+                Ok(0) => return Ok((Self(hash.finalize().into()), size)),
+                Ok(n) => {
+                    hash.update(&piece[..n]);
+                    size += n as u64;
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
     /// The first twelve digits: enough to tell releases of one version apart by eye.
     #[must_use]
     pub fn short(&self) -> String {
@@ -133,11 +155,8 @@ impl TryFrom<String> for Digest {
 impl FromStr for Digest {
     type Err = InvalidName;
     fn from_str(s: &str) -> Result<Self, InvalidName> {
-        let refuse = || InvalidName {
-            what: "digest",
-            rule: "64 lower-case hexadecimal digits",
-            given: s.to_owned(),
-        };
+        let refuse =
+            || InvalidName { what: "digest", rule: "64 lower-case hexadecimal digits", given: s.to_owned() };
         if s.len() != 64 || !s.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)) {
             return Err(refuse());
         }
@@ -375,9 +394,8 @@ mod tests {
 
     #[test]
     fn older_is_known_only_between_semantic_versions() {
-        let older = |a: &str, b: &str| {
-            a.parse::<Version>().unwrap().is_older_than(&b.parse::<Version>().unwrap())
-        };
+        let older =
+            |a: &str, b: &str| a.parse::<Version>().unwrap().is_older_than(&b.parse::<Version>().unwrap());
         assert_eq!(older("1.9.0", "1.10.0"), Some(true));
         assert_eq!(older("v1.10.0", "1.9.0"), Some(false));
         assert_eq!(older("1.0.0-rc.1", "1.0.0"), Some(true));
