@@ -1,12 +1,29 @@
 //! The adapter: what the administrator says of one service, in `/etc/cutover/services/NAME.toml`.
 //!
 //! It is trusted (root writes it) and never chosen by a request. Every error names the file, the line, the key and
-//! what to do next.
+//! what to do next. Unknown keys are errors. All of it, with the defaults where a key may be left out:
+//!
+//! ```toml
+#![doc = include_str!("adapter/example.toml")]
+//! ```
 
+mod parse;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::io::{self, Read as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::manager::HttpTarget;
+use crate::release::{InvalidName, Version};
+
+/// The largest adapter that is read.
+const ADAPTER_MAX: u64 = 1024 * 1024;
+/// The longest name of a service: it becomes part of unit names, which end at 255 bytes.
+const SERVICE_MAX: usize = 64;
 
 /// A service's configuration, checked: nothing in it is optional by accident.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,10 +54,11 @@ pub struct Source {
     /// The directory that holds `VERSION/…`; none where artifacts only ever come by `--file`.
     pub directory: Option<PathBuf>,
     /// The artifact's path below it, with `{version}` and `{arch}`: `{version}/demo-{version}-{arch}.tar.gz`.
+    /// Empty without a directory. `{arch}` is this build's, as `uname -m` writes it: `x86_64`, `aarch64`.
     pub artifact: String,
     /// How many leading directories of an archive's paths fall away.
     pub strip: u32,
-    /// For a single executable: its name in the release.
+    /// For a single executable: its path in the release.
     pub program: Option<String>,
     /// minisign public keys, any of which may have signed `SHA256SUMS`.
     pub keys: Vec<String>,
@@ -102,7 +120,8 @@ pub enum VersionRule {
     Semver,
     /// What was reported begins with the wanted version, and no digit or dot follows it.
     Prefix,
-    /// The wanted version begins with what was reported: for packaged versions such as `5:7.0.15-1`.
+    /// The wanted version contains what was reported, and no digit or dot touches it there: for packaged versions such
+    /// as `5:7.0.15-1`.
     Contained,
 }
 
@@ -178,7 +197,78 @@ impl Adapter {
     /// # Errors
     /// [`AdapterError`], for a missing file, too.
     pub fn load(dir: &Path, service: &str) -> Result<Self, AdapterError> {
-        let _ = (dir, service);
-        unimplemented!()
+        let path = dir.join(format!("{service}.toml"));
+        let fail = |why: &dyn fmt::Display, next: &str| AdapterError {
+            path: path.clone(),
+            at: String::new(),
+            why: why.to_string(),
+            next: next.to_owned(),
+        };
+        // Before the name becomes part of a path.
+        service_name(service).map_err(|e| AdapterError {
+            path: dir.to_owned(),
+            at: String::new(),
+            why: e.to_string(),
+            next: "give the name of a service".to_owned(),
+        })?;
+        let text = read(&path).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => fail(
+                &format!("there is no adapter for the service {service}"),
+                "write one, or give the name of a service that has one",
+            ),
+            io::ErrorKind::InvalidData => fail(&"is not UTF-8", "write it anew as text"),
+            _ => fail(&format!("cannot be read: {e}"), "correct that, then try again"),
+        })?;
+        Self::parse(&path, service, &text)
     }
+
+    /// Reads the text of an adapter; `path` is for messages alone.
+    ///
+    /// # Errors
+    /// [`AdapterError`].
+    pub fn parse(path: &Path, service: &str, text: &str) -> Result<Self, AdapterError> {
+        parse::parse(path, service, text)
+    }
+}
+
+impl Source {
+    /// The artifact's path of `version`, below the directory.
+    #[must_use]
+    pub fn artifact_of(&self, version: &Version) -> PathBuf {
+        let path = self.artifact.replace("{version}", version.as_str());
+        PathBuf::from(path.replace("{arch}", std::env::consts::ARCH))
+    }
+}
+
+/// Checks that `name` can be the name of a service.
+///
+/// # Errors
+/// [`InvalidName`] says what a name may be.
+pub fn service_name(name: &str) -> Result<&str, InvalidName> {
+    let first = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let legal = |c: char| first(c) || "._-".contains(c);
+    if name.starts_with(first) && name.chars().all(legal) && name.len() <= SERVICE_MAX {
+        return Ok(name);
+    }
+    Err(InvalidName {
+        what: "service name",
+        rule: "1 to 64 of [a-z0-9._-], beginning with a letter or a digit",
+        given: name.to_owned(),
+    })
+}
+
+fn read(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    let file = std::fs::File::open(path)?;
+    // It says which commands run as root: whoever may write it may do anything.
+    let meta = file.metadata()?;
+    if meta.uid() != rustix::process::geteuid().as_raw() && meta.uid() != 0 || meta.mode() & 0o022 != 0 {
+        let why = "is not root's, or others may write it (chown root, chmod go-w)";
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    }
+    file.take(ADAPTER_MAX + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > ADAPTER_MAX {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "is larger than 1 MiB"));
+    }
+    Ok(text)
 }

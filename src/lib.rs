@@ -1,12 +1,19 @@
 //! cutover moves a systemd service to a new version by one journaled transaction.
 
 pub mod adapter;
+pub mod archive;
 pub mod durable;
 mod failpoint;
+pub mod feed;
 pub mod journal;
 pub mod manager;
 pub mod operation;
 pub mod receipt;
 pub mod recovery;
 pub mod release;
+pub mod seal;
+pub mod source;
+pub mod stage;
+pub mod sums;
+pub mod tree;
 pub mod watch;
