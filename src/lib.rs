@@ -1,25 +1,35 @@
 //! cutover moves a systemd service to a new version by one journaled transaction.
 
 pub mod adapter;
+pub mod adopt;
 pub mod archive;
 pub mod durable;
+pub mod evidence;
 mod failpoint;
 pub mod feed;
 pub mod http;
 pub mod journal;
+pub mod judge;
+pub mod lock;
 pub mod manager;
+pub mod mounts;
 pub mod operation;
 pub mod peer;
 pub mod process;
 pub mod receipt;
 pub mod recovery;
 pub mod release;
+pub mod response;
 pub mod seal;
 pub mod source;
 pub mod stage;
+pub mod store;
 pub mod sums;
 pub mod supervise;
 pub mod systemd;
+pub mod transaction;
 pub mod tree;
+pub mod unit;
 pub mod watch;
 pub mod watchdog;
+pub mod way_back;
