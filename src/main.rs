@@ -1,3 +1,5 @@
-//! cutover's one executable.
+//! cutover's one executable: the command line, and the worker.
 
-fn main() {}
+fn main() {
+    std::process::exit(cutover::cli::main());
+}
